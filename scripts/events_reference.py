@@ -56,9 +56,9 @@ _INTRODUCTION = """# Events
 
 <!-- Made by `python scripts/events_reference.py > docs/events.md`; a test fails where the two differ. -->
 
-`millrace run logs RUN` prints a run's events, `millrace run watch RUN` follows them, `WatchRun` streams them (fields:
-`proto/millrace/v1/event.proto`). Names and reasons are stable for programs. After → is what to do.
-[Troubleshooting](troubleshooting.md) goes by symptom.
+`millrace run logs RUN` prints a run's events, `millrace run watch RUN` follows them, `WatchRun` streams them
+(`proto/millrace/v1/event.proto`). Names and reasons are stable. After → is what to do; by symptom:
+[troubleshooting](troubleshooting.md).
 """
 
 Texts = Mapping[str, tuple[str, str]]
@@ -68,32 +68,29 @@ NOTHING = ""
 
 EVENTS: Texts = {
     "state_changed": (
-        "queued, starting, running, stopping, succeeded; or paused, queued again (preempted), cancelled, failed",
+        "queued, starting, running, stopping, succeeded, paused, preempted (queued again), cancelled, failed",
         "`millrace run why RUN` if it stays queued or starting",
     ),
     "step_completed": ("by the trainer", NOTHING),
     "eval_completed": (
-        "at `orchestrator.eval.interval`, and where the run begins and ends",
-        "of failed rollouts: `millrace eval show RUN --status env_error`",
+        "at `orchestrator.eval.interval`, at the beginning and at the end",
+        "failed rollouts: `millrace eval show RUN --status env_error`",
     ),
     "policy_published": ("a version is durable, in full or as a delta", NOTHING),
-    "checkpoint_saved": ("`ckpt.interval`, or the run ends or is paused", NOTHING),
+    "checkpoint_saved": ("at `ckpt.interval`, a pause and the end", NOTHING),
     "token_log_stored": ("`trainer.token_log.share`: the log-probs of a step's tokens are durable", NOTHING),
     "training_resumed": (
-        "a trainer continues a run: from which checkpoint, and how the training before ended",
-        "if you did not stop it, see that trainer's log and memory",
+        "a trainer continues: from which checkpoint, and how the training before ended",
+        "see that trainer's log and memory, if you did not stop it",
     ),
-    "workers_assigned": (
-        "at a change and every 30 s: of a tenant's run, and of all with `MILLRACE_QUEUE_GROUPS`",
-        NOTHING,
-    ),
+    "workers_assigned": ("at a change and every 30 s, for tenants and with `MILLRACE_QUEUE_GROUPS`", NOTHING),
     "warning": ("see below", NOTHING),
     "wait_reported": (
-        "no step for 20 s, then 60, 300, 900 s; or one wait is older than its deadline",
-        "`millrace run why RUN` prints the chain",
+        "no step for 20 s, then 60, 300, 900 s; or a wait is beyond its deadline",
+        "`millrace run why RUN`",
     ),
     "score_completed": (
-        "the run ends: the trainer scored the final evaluation with the last policy",
+        "the trainer scored the final evaluation with the last policy",
         "`mismatch_kl` far from 0 (1e-12 in float32, 1e-3 in bf16): engine and trainer compute differently",
     ),
     "batch_committed": ("it is durable; `dropped` counts groups by reason", NOTHING),
@@ -106,9 +103,8 @@ EVENTS: Texts = {
 
 WARNINGS: Texts = {
     "ROUTED_EXPERTS_MISFIT": (
-        "recorded experts of tokens are none of the model: the orchestrator leaves those of a rollout out if the "
-        "replica says that it has others, the trainer those of a sample; its routers chose there",
-        "have all replicas serve the model that is trained, or leave `trainer.model.moe.replay` out",
+        "recorded experts are none of the model; the trainer's routers chose there",
+        "have all replicas serve the trained model, or leave `trainer.model.moe.replay` out",
     ),
     "EXTRA_MISSING": (
         "the orchestrator lacks the library for `[wandb]` or OpenTelemetry",
@@ -116,7 +112,7 @@ WARNINGS: Texts = {
     ),
     "TRACES_EXPORTER_DIED": (
         "the process that sends traces died and is replaced; it resends five minutes",
-        "see the orchestrator's log if it keeps happening",
+        "see the orchestrator's log",
     ),
     "TRACES_UNREACHABLE": (
         "the collector does not answer; traces are sent later",
@@ -146,22 +142,15 @@ WARNINGS: Texts = {
         "a checkpoint's bytes changed; an older one is used",
         "`millrace run repair RUN --from URL`; look at the store",
     ),
-    "ENTROPY_NOT_FINITE": (
-        "the entropy of a token is not finite; the step is skipped",
-        "lower `trainer.optim.lr`; look at the sample that the message names",
-    ),
+    "ENTROPY_NOT_FINITE": ("the entropy of a token is not finite; the step is skipped", "as for LOSS_NOT_FINITE"),
     "ENTRY_DAMAGED": ("a Redis stream has a foreign or damaged entry", "find out who else writes to this Redis"),
-    "EVAL_FAILED": (
-        "no rollout of an evaluation finished",
-        "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
-    ),
+    "EVAL_FAILED": ("no rollout of an evaluation finished", "as for `rollouts_failed`; `millrace env check ID --eval`"),
     "SAMPLES_CUT": (
-        "samples are longer than `orchestrator.seq_len` or their environment's `max_seq_len`, and are cut",
+        "samples are longer than `orchestrator.seq_len` or their environment's `max_seq_len`",
         "raise the key to the length in the message, or let rollouts end sooner",
     ),
     "EVAL_SKIPPED": (
-        "an evaluation outlasted `orchestrator.eval.interval`, or the run was taken over: the named versions "
-        "are not evaluated",
+        "an evaluation outlasted `orchestrator.eval.interval`, or the run was taken over",
         "raise the interval, lower `num_examples` or `rollouts_per_example`, or add replicas",
     ),
     "EVAL_ON_TRAINING_TASKS": (
@@ -169,51 +158,48 @@ WARNINGS: Texts = {
         "give it an `eval_dataset`, or an `[[orchestrator.eval.env]]` with other args",
     ),
     "GRADIENT_NOT_FINITE": (
-        "the norm of the gradient is not finite; the step is skipped",
-        "lower `trainer.optim.lr`; compute in float32 (`trainer.model.dtype`); look at the batch that it names",
+        "the gradient's norm is not finite; the step is skipped",
+        "lower `trainer.optim.lr`; compute in float32 (`trainer.model.dtype`); look at the named batch",
     ),
     "ROLLOUTS_LOST": (
-        "engines fail or workers are lost; no rollout of a group's worth came back OK",
-        "see the log of the process that the message names; the run recovers by itself",
+        "engines fail or workers are lost; no rollout of a group's worth came back",
+        "see the log of the named process; the run recovers by itself",
     ),
     "GROUPS_STALE": (
         "at least a quarter of an environment's last groups were older than `orchestrator.max_off_policy_steps`",
-        "add replicas, or raise it; the message says whether slow tasks are lost",
+        "add replicas, or raise it",
     ),
     "NO_TURN_REWARDS": (
-        '`credit` is `"turn"`, but no turn of an environment has a reward of its own',
-        'let the environment reward its steps (`state.add_step_reward`), or set `orchestrator.algo.credit = "rollout"`',
+        '`credit` is `"turn"`, but no turn of an environment has a reward',
+        'reward steps (`state.add_step_reward`), or set `orchestrator.algo.credit = "rollout"`',
     ),
     "NOTHING_TO_ECHO": (
-        "no token after a reply is of a role that `echo` learns; the message lists the roles (`nobody`: "
-        "single turns, or every turn is a sample)",
+        "no token after a reply is of a role that `echo` learns",
         "name roles in `orchestrator.algo.roles`, or use `grpo`",
     ),
     "TURN_REWARDS_UNEQUAL": (
-        '`credit` is `"turn"`, and the rewards of the turns of some rollouts do not add up to the rollout\'s reward',
+        '`credit` is `"turn"`, and rewards of turns do not add up to the rollout\'s',
         "let the rubric be `state.total_step_reward()` alone, with weight 1",
     ),
     "HISTORY_REWRITTEN": (
-        "the chat template rewrites earlier turns, which splits rollouts in spite of `trajectory_strategy` "
-        "`interleaved`",
-        'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
+        "the chat template rewrites earlier turns, which splits rollouts in spite of `interleaved`",
+        'use another template, or `orchestrator.trajectory_strategy = "branching"`',
     ),
     "EXPERTS_NOT_RECORDED": (
-        "`trainer.model.moe.replay` is set, and the engine reported the experts of no token of a step: the trainer's "
-        "routers chose",
-        "serve the policy with `inference.return_routed_experts`",
+        "`trainer.model.moe.replay` is set, but the engine reported no experts; the trainer's routers chose",
+        "`inference.return_routed_experts`",
     ),
     "COMPILE_FAILED": (
-        "a block, or a part of one, could not be compiled (`trainer.model.compile`); it runs eagerly",
+        "a block, or part of one, could not be compiled (`trainer.model.compile`); it runs eagerly",
         "install a C++ compiler (CPU) or Triton (GPU), or leave the key out",
     ),
     "ENGINE_DISAGREES": (
-        "engine and trainer disagree by 0.01 nats or more on on-policy tokens (`on_policy_mismatch_kl`)",
+        "engine and trainer differ by 0.01 nats or more on on-policy tokens (`on_policy_mismatch_kl`)",
         "leave out penalties and `min_tokens`; compare the engine's dtype and quantization with `trainer.model.dtype`",
     ),
     "KL_EXPLODING": (
-        "engine and trainer disagree ten times more than before (0.01 nats or more), or by more than 0.5, on "
-        "off-policy tokens: steps are too large",
+        "engine and trainer differ ten times more than before (0.01 nats or more), or by more than 0.5, on off-policy "
+        "tokens: steps are too large",
         "lower `trainer.optim.lr` or `async_level`, or raise `trainer.loss.kl_tau`",
     ),
     "LOSS_NOT_FINITE": (
@@ -221,75 +207,60 @@ WARNINGS: Texts = {
         "lower `trainer.optim.lr`; look at the advantage and log-probs of the named sample",
     ),
     "NEW_LINEAGE": (
-        "after a resume published versions came out differently, or a strict run has other ranks",
+        "after a resume versions came out differently, or a strict run has other ranks",
         '`trainer.determinism = "strict"` and as many ranks as before avoid it',
     ),
     "ORCHESTRATOR_BACK": ("the orchestrator answers the trainer again", NOTHING),
     "ORCHESTRATOR_REPLACED": ("another orchestrator took the run over", "look at its log if nobody stopped it"),
     "ORCHESTRATOR_SILENT": (
         "the orchestrator does not answer the trainer, which goes on with what is committed",
-        "look at its process and at the network between the two",
+        "look at its process and the network",
     ),
     "ORCHESTRATOR_STOOD_STILL": (
         "the orchestrator's process was frozen, or its machine overloaded",
         "give it a processor of its own",
     ),
     "POLICY_PUBLISHED_ANEW": (
-        "an object of a published version was damaged or missing; the trainer wrote it again",
+        "an object of a version was damaged or missing; the trainer wrote it again",
         "who deletes or changes objects?",
     ),
-    "POLICY_UPDATE_FAILED": (
-        "a replica could not load or prove a version; it is tried again",
-        "the message has the replica's error; see its log",
-    ),
+    "POLICY_UPDATE_FAILED": ("a replica could not load or prove a version; it is tried again", "see the replica's log"),
     "PUBLISHER_DIED": (
-        "the process that publishes policies was killed, perhaps for memory, and replaced",
+        "the process that publishes was killed, perhaps for memory, and replaced",
         "give the trainer's machine more memory",
     ),
     "REDIS_RESTARTED": ("Redis restarted; what it lost of the log is appended again", NOTHING),
     "REDIS_SILENT": ("Redis did not answer for a while", "look at its machine, its memory and its disk"),
-    "SCORE_OTHER_VERSION": (
-        "some tokens of the final evaluation are of another version and were not scored",
-        "`mismatch_kl` is of the others",
-    ),
+    "SCORE_OTHER_VERSION": ("some tokens of the final evaluation are of another version and were not scored", NOTHING),
     "TOKEN_LOG_NOT_STORED": (
-        "the trainer's log-probs of some steps are not in the store, so the dashboard cannot compare them",
+        "log-probs of some steps are not in the store, so the dashboard cannot compare them",
         "lower `trainer.token_log.share` if the object is too large or the store too slow",
     ),
-    "TRAINER_FINISH_TIMEOUT": (
-        "the run is over, and the trainer did not confirm its last objects",
-        "look at the trainer's log",
-    ),
+    "TRAINER_FINISH_TIMEOUT": ("the run is over, and the trainer did not confirm its last objects", "look at its log"),
     "WORKER_BACK": ("a silent worker answers again", NOTHING),
     "WORKER_LOST": ("a worker's lease ran out; what it held goes to others", "look at its machine; start another one"),
     "WORKER_REPLACED": ("a worker ended and another took its place", "see the log of the one that ended"),
-    "WORKER_SILENT": ("a worker does not answer", "it is frozen, overloaded or cut off: look at its machine"),
+    "WORKER_SILENT": ("a worker is frozen, overloaded or cut off", "look at its machine"),
     "ZERO_ADVANTAGE": (
-        "all rewards are equal in every group of a batch (or of as many groups in a row)",
+        "all rewards are equal in every group of a batch (or of as many in a row)",
         "look at the rewards (`millrace run samples RUN`); raise `rollouts_per_example` or the temperature",
     ),
 }
 
 FAILURES: Texts = {
     "ADVANTAGES_SLOW": (
-        "a function of `orchestrator.algo` took longer than `orchestrator.advantage_timeout_s`: it waits for something",
+        "a function of `orchestrator.algo` took longer than `orchestrator.advantage_timeout_s`",
         NOTHING,
     ),
-    "BLOCKS_UNTRACEABLE": ("torch's compiler failed in a block in which ranks exchange tensors (`cp`, `ep`)", NOTHING),
+    "BLOCKS_UNTRACEABLE": ("torch's compiler failed in a block whose ranks exchange tensors (`cp`, `ep`)", NOTHING),
     "CHAT_TEMPLATE_MISSING": ("the tokenizer has no chat template for the environments' conversations", NOTHING),
     "CHECKPOINTS_DAMAGED": (
         "no whole checkpoint reaches to where the log begins",
         "`millrace run repair RUN --from URL --apply`, then resume",
     ),
     "CHECKPOINT_BASE_DIFFERS": ("the trainer has another base model than the run began with", NOTHING),
-    "CHECKPOINT_CONDITIONS_DIFFER": (
-        "strict determinism, and device, threads, releases or packing differ from the checkpoint's",
-        NOTHING,
-    ),
-    "CHECKPOINT_DATASET_DIFFERS": (
-        "the rows of `trainer.dataset`, or the chat template, changed since the checkpoint",
-        NOTHING,
-    ),
+    "CHECKPOINT_CONDITIONS_DIFFER": ("strict determinism, and device, threads, releases or packing changed", NOTHING),
+    "CHECKPOINT_DATASET_DIFFERS": ("the rows of `trainer.dataset`, or the chat template, changed", NOTHING),
     "CHECKPOINT_INDEX_INVALID": ("the index of a checkpoint's tensors cannot be read", "as for CHECKPOINTS_DAMAGED"),
     "CHECKPOINT_MANIFEST_INVALID": ("a checkpoint's manifest cannot be read", "as for CHECKPOINTS_DAMAGED"),
     "CHECKPOINT_MISMATCH": (
@@ -297,20 +268,11 @@ FAILURES: Texts = {
         "use the model and the LoRA settings that the run began with",
     ),
     "CHECKPOINT_MISSING": ("a fork has lost the checkpoint that it begins with", NOTHING),
-    "DATA_INVALID": ("rows of `trainer.dataset` cannot be learned; the message has file and row", NOTHING),
-    "DATA_NOT_FOUND": ("`trainer.dataset` names no file that there is where the trainer runs", NOTHING),
-    "ENV_ARGS_INVALID": (
-        "`args` of an environment are no JSON object, or not what its config takes",
-        NOTHING,
-    ),
-    "ENV_DATA_INVALID": (
-        "a file of tasks of a taskset of `verifiers` cannot be read: no JSON, or a field is missing",
-        NOTHING,
-    ),
-    "ENV_DATA_MISSING": (
-        "a file that `args` name, or tasks of `harbor`, are not on the env-server's machine",
-        NOTHING,
-    ),
+    "DATA_INVALID": ("rows of `trainer.dataset` cannot be learned", NOTHING),
+    "DATA_NOT_FOUND": ("`trainer.dataset` names no file where the trainer runs", NOTHING),
+    "ENV_ARGS_INVALID": ("`args` are no JSON object, or not what the environment's config takes", NOTHING),
+    "ENV_DATA_INVALID": ("a taskset's file of tasks is no JSON, or lacks a field", NOTHING),
+    "ENV_DATA_MISSING": ("a file that `args` name, or tasks of `harbor`, are not on the env-server's machine", NOTHING),
     "ENV_IMAGE_MISSING": (
         "no env-server announces the image of `orchestrator.env.image`, or none is without one",
         "start one with `MILLRACE_ENV_IMAGE` (chart: `envServer.pools`), or correct the key",
@@ -319,27 +281,21 @@ FAILURES: Texts = {
         "the environment ends its worker again and again (memory, crash, exit)",
         "see the env-server's log; correct the environment, or raise its workers' limits",
     ),
-    "ENV_LOAD_FAILED": (
-        "`load_environment` raised on every env-server",
-        "`millrace env check ID --args …` shows it without a run",
-    ),
+    "ENV_LOAD_FAILED": ("`load_environment` raised on every env-server", "`millrace env check ID --args …`"),
     "ENV_LOAD_TIMEOUT": ("no env-server loaded the environment in time", NOTHING),
     "ENV_NOT_AN_ENVIRONMENT": ("the module has no `load_environment` that returns one", NOTHING),
     "ENV_NOT_FOUND": ("no such module on the env-servers", NOTHING),
-    "ENV_PACKAGE_MISSING": ("a taskset of `verifiers` plays with an extra of it that is not installed", NOTHING),
+    "ENV_PACKAGE_MISSING": ("a taskset needs an extra of `verifiers` that is not installed", NOTHING),
     "ENV_PYTHON_REFUSED": (
-        "`orchestrator.env.python` names an interpreter that the env-server may not use, or that is none",
+        "`orchestrator.env.python` is no interpreter, or not one that the env-server may use",
         "have its operator list the directory in `MILLRACE_ENV_PYTHONS`, or correct the path",
     ),
-    "ENV_PYTHON_UNUSABLE": (
-        "the interpreter of an environment is too old, does not start, or lacks what a worker needs",
-        NOTHING,
-    ),
+    "ENV_PYTHON_UNUSABLE": ("an environment's interpreter is too old, does not start, or lacks a package", NOTHING),
     "ENV_RELEASE_UNSUPPORTED": (
-        "an environment's package asks for a release of `verifiers` that no interpreter of the env-servers has with it",
+        "no interpreter of the env-servers has the release of `verifiers` that the package asks for",
         NOTHING,
     ),
-    "ENV_REWARD_ARGUMENTS": ("a reward function wants an argument that its rubric or task does not pass", NOTHING),
+    "ENV_REWARD_ARGUMENTS": ("a reward function wants an argument that nobody passes", NOTHING),
     "ENV_SAMPLING_REFUSED": (
         "model calls of an environment set seed, penalties, `min_tokens`, `logit_bias` or another model",
         NOTHING,
@@ -357,13 +313,10 @@ FAILURES: Texts = {
     "LOSS_INVALID": ("what the function of `trainer.loss.import_path` returns is no loss per token", NOTHING),
     "MODEL_CONFIG_INVALID": ("the `config.json` of the model is damaged or no JSON object", NOTHING),
     "MODEL_CORRUPT": (
-        "weight files are damaged, contradict their index or lack a tensor, or one is not finite",
+        "weight files are damaged, contradict their index, lack a tensor or are not finite",
         "fetch or make the model again",
     ),
-    "MODEL_FILE_UNUSABLE": (
-        "a small file of the model (config, tokenizer, template) is unreadable or of another kind",
-        NOTHING,
-    ),
+    "MODEL_FILE_UNUSABLE": ("a small file of the model (config, tokenizer, template) is unreadable", NOTHING),
     "MODEL_IS_ADAPTER": ("the start model is an adapter of PEFT, or has one beside it", NOTHING),
     "MODEL_NOT_FOUND": (
         "`model.name` is neither a directory there nor on the Hub",
@@ -382,19 +335,10 @@ FAILURES: Texts = {
     ),
     "POLICY_NOT_FINITE": ("the start model, or the last step's, gives log-probs that are not finite", NOTHING),
     "PUBLISHER_MESSAGE_INVALID": ("Millrace was reinstalled under a running trainer", "start the trainer again"),
-    "REPLAY_UNSUPPORTED": (
-        "`trainer.model.moe.replay` is set, and the model has no routers whose choice can be replaced",
-        NOTHING,
-    ),
+    "REPLAY_UNSUPPORTED": ("`trainer.model.moe.replay` is set, and the model has no replaceable routers", NOTHING),
     "REWARD_OUT_OF_RANGE": ("a reward is outside of `reward_range` (`online_difficulty_filtering`, max_rl)", NOTHING),
-    "ROLLOUTS_FAILED": (
-        "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
-        NOTHING,
-    ),
-    "ROUTER_LOSS_UNSUPPORTED": (
-        "config.json of the model asks for a loss that balances experts (`output_router_logits`)",
-        NOTHING,
-    ),
+    "ROLLOUTS_FAILED": ("more than `orchestrator.max_failed_share` of the last groups' rollouts failed", NOTHING),
+    "ROUTER_LOSS_UNSUPPORTED": ("config.json asks for a loss that balances experts (`output_router_logits`)", NOTHING),
     "ROUTER_UNKNOWN": ("a router chose its experts in a way that is not known here", NOTHING),
     "SAMPLES_MIXED": ("the model computes a sample differently after others", NOTHING),
     "SCORES_MISSING": ("rollouts came without the teacher's log-probs", NOTHING),
@@ -406,17 +350,14 @@ FAILURES: Texts = {
     "TEACHER_VOCABULARY_DIFFERS": ("teacher and policy have different vocabularies", NOTHING),
     "TENSOR_DTYPE_UNKNOWN": ("a checkpoint has a number format that this release does not know", NOTHING),
     "TOKENIZER_MISSING": ("the directory has no tokenizer that loads", NOTHING),
-    "TOO_MANY_SKIPPED_STEPS": (
-        "`trainer.max_skipped_steps` steps in a row had no finite loss, entropy or gradient",
-        NOTHING,
-    ),
+    "TOO_MANY_SKIPPED_STEPS": ("`trainer.max_skipped_steps` steps in a row were not finite", NOTHING),
     "VOCABULARY_TOO_SMALL": ("a token or id has no row in the model's embedding", NOTHING),
 }
 
 DROPPED: Texts = {
-    "zero_advantage": ("all rewards of the group are equal", "see ZERO_ADVANTAGE if they are most"),
-    "easy": ("all rewards of the group are the highest (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
-    "hard": ("all rewards of the group are the lowest (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
+    "zero_advantage": ("all its rewards are equal", "see ZERO_ADVANTAGE if they are most"),
+    "easy": ("all its rewards are the highest (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
+    "hard": ("all its rewards are the lowest (likewise)", NOTHING),
     "stale": ("older than `orchestrator.max_off_policy_steps` versions", "see GROUPS_STALE"),
     "surplus": ("more groups were whole than the batch takes (`oversampling_factor`)", NOTHING),
     "error": ("its rollouts failed in two attempts", "see `rollouts_failed`"),
@@ -440,7 +381,7 @@ def render() -> str:
     text += _section(
         "Why a run failed",
         "`state_changed` to FAILED has one of these as `error.reason`, or one of the store's or of Redis. Its message "
-        "says what to do, here only what to add. `millrace run resume RUN` goes on once the cause is removed.",
+        "says what to do. `millrace run resume RUN` goes on once the cause is removed.",
         FAILURES,
     )
     return text + _section("Why groups were dropped", "Keys of `batch_committed.dropped`.", DROPPED)

@@ -86,7 +86,11 @@ class ServerConfig(ConfigSection):
 
 
 class InferenceConfig(ConfigSection):
-    """The engine of `millrace rl` and `millrace inference`. A running stack (`--server`) keeps its own settings."""
+    """The engine of `millrace rl` and `millrace inference`.
+
+    A running stack (`--server`) keeps its own: MILLRACE_ENGINE, MILLRACE_VLLM_FLAGS, MILLRACE_MAX_NUM_SEQS,
+    MILLRACE_MAX_MODEL_LEN, MILLRACE_HTTP_LISTEN.
+    """
 
     engine: Literal["auto", "embedded", "vllm"] = option(
         "auto",
