@@ -341,7 +341,7 @@ def test_every_page_of_a_finished_run(page):
     for path, wanted in PAGES.items():
         if path.startswith(f"/runs/{RUN}"):
             opened(page, path.replace(RUN, "ended-1", 1), wanted)
-            page.wait_for_function("document.getElementById('live').textContent === ''")
+            page.wait_for_selector("#live:empty", state="attached")
     assert page.complaints == []
 
 
