@@ -11,6 +11,7 @@ from millrace.rpc.tokens import new_token, token_line
 from millrace.telemetry.settings import Settings
 from millrace.v1 import event_pb2
 from millrace_testing.dashboard import HOSTILE, RUN, SECRET, ServedInThread, opened
+from millrace_testing.polling import block_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 WAIT_MS = 60_000
@@ -341,7 +342,7 @@ def test_every_page_of_a_finished_run(page):
     for path, wanted in PAGES.items():
         if path.startswith(f"/runs/{RUN}"):
             opened(page, path.replace(RUN, "ended-1", 1), wanted)
-            page.wait_for_selector("#live:empty", state="attached")
+            block_until(lambda: not page.evaluate("document.getElementById('live').textContent"), timeout_s=60)
     assert page.complaints == []
 
 

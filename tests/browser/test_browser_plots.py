@@ -80,7 +80,7 @@ def test_plots_below_a_heading_are_of_one_height(page, run_writer, width):
     page.set_viewport_size({"width": width, "height": 844})
     opened(page, f"/runs/{RUN}", "text=pass@k")
     # Plots come with what is read, one after the other.
-    page.wait_for_selector(".charts > :nth-child(4)")
+    page.wait_for_selector(".charts > :nth-child(4)", state="attached")
     heights = page.eval_on_selector_all(
         ".charts",
         "all => all.map((each) => [...each.children].map((plot) => Math.round(plot.getBoundingClientRect().height)))",

@@ -25,7 +25,7 @@ export async function samplesPage(page, name) {
   const say = (error) => {
     if (error.name !== "AbortError") fill(body, h("p", { class: "panel failed" }, error.message));
   };
-  let [known, before] = ["", -1];
+  let known = "";
   const ask = newest();
   const look = async () => {
     const found = await ask(get(`${of(name)}/samples`, { size: SIZE, ...asked }, page.signal));
@@ -35,11 +35,7 @@ export async function samplesPage(page, name) {
     if (names !== known) drawForm(form, asked, found.names, change);
     known = names;
     drawPage(body, name, found, asked, change);
-    const { is_growing, batches, num_unreadable, known_batches } = found.index;
-    // Between two looks at the store nothing grows: only what has not changed since the last look may be whole.
-    const isRead = !is_growing && batches > 0 && batches === before && batches + num_unreadable >= known_batches;
-    before = batches;
-    return !isRead || !(await ended(page, name));
+    return found.index.is_growing || !found.index.batches || !(await ended(page, name));
   };
   fill(page.main, tabs(name, "Samples"), form, body);
   drawForm(form, asked, {}, change);
