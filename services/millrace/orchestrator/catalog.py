@@ -184,8 +184,7 @@ class RunCatalog:
         """Return the views of these runs, pairs of uid and name (`list_names`), in the same order.
 
         An ended run is read once. A run for which Redis or the store does not answer has the view that was read last;
-        it is left out if there is none. The views of the ended runs that were read first are dropped from memory beyond
-        `MAX_ENDED`.
+        it is left out if there is none. Beyond `MAX_ENDED` the views of the oldest ended runs are dropped from memory.
         """
         views: list[RunView] = []
         for uid, name in runs:
@@ -194,8 +193,8 @@ class RunCatalog:
                 view = await self._try_to_look_at(uid, name, is_looked_at=True) or view
             if view is not None:
                 views.append(view)
-        # A dictionary keeps the order of insertion: those that were read first go first.
-        ended = [uid for uid, view in self._views.items() if view.is_terminal]
+        # Uids sort by time. The newest ones are shown and counted most, whoever reads old ones in between.
+        ended = sorted(uid for uid, view in self._views.items() if view.is_terminal)
         for uid in ended[: max(0, len(ended) - MAX_ENDED)]:
             del self._views[uid]
             self._locks.pop(uid, None)

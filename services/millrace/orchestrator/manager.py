@@ -302,7 +302,7 @@ class RunManager:
                 return None
             return self._drive  # says that it is paused, and gives everything back
         uid = view.record.uid
-        if uid in claimed or not view.status.is_preempted:
+        if uid in claimed or desired.is_cancelled or not view.status.is_preempted:
             self._forget_end(uid)
         if view.record.kind == EVAL:
             # An evaluation run has endpoints of its own: it needs neither a trainer nor a replica.

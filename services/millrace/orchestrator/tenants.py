@@ -14,8 +14,8 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, RefusedError, UnavailableError
 from millrace.orchestrator.catalog import RunCatalog, RunView
@@ -139,13 +139,17 @@ KEEP_S = 60.0
 PAGE = 50
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
     """What was read of a run."""
 
     at: float
     state: object
     """State of the run then: another one is read again."""
+    is_over: bool
+    """It had ended: unless it is open again, it is not looked at while what was read is kept."""
+    tenant: str
+    accelerator_seconds: float
     tokens: TokenUse
     stored_bytes: int
 
@@ -157,34 +161,39 @@ class UsageReader:
         """Make a reader of the runs in `store` below `prefix`, which has read nothing."""
         self._store, self._prefix, self._clock = store, prefix, clock
         self._known: dict[str, _Read] = {}
+        self._one_pass = asyncio.Lock()
         self.totals: Mapping[str, TenantUsage] = {}
         """What all runs had used when they were read last, by tenant; empty before that."""
 
     async def read(self, seen: SeenRuns) -> list[TenantUsage]:
         """Return what the runs that a caller sees have used, by tenant.
 
-        Raise UnavailableError if not all of them are read within `READ_S`; what was read then is kept for the next try.
+        One pass goes on at a time. Raise UnavailableError if not all runs are read within `READ_S`; what was read then
+        is kept for the next try.
         """
-        views, listed = list[RunView](), await seen.list_names()
+        found, listed = list[_Read](), await seen.list_names()
         try:
             with waits.waiting("the use of runs to be read", waits_on="object store"):
-                async with asyncio.timeout(READ_S):
+                async with asyncio.timeout(READ_S), self._one_pass:
+                    opened = {view.record.uid for view in seen.views if not view.is_terminal}
                     for first in range(0, len(listed), PAGE):
-                        for view in await seen.read_listed(listed[first : first + PAGE]):
-                            await self._read(view)
-                            views.append(view)
+                        page = listed[first : first + PAGE]
+                        kept = {uid: known for uid, _ in page if (known := self._kept(uid, opened)) is not None}
+                        found += kept.values()
+                        for view in await seen.read_listed([each for each in page if each[0] not in kept]):
+                            found.append(await self._read(view))
         except TimeoutError:
             raise UnavailableError(
-                f"{len(views)} of {len(listed)} runs are read",
+                f"{len(found)} of {len(listed)} runs are read",
                 reason="USAGE_GROWING",
                 remedy="ask again: it goes on from there",
             ) from None
-        found = self._sums(views)
+        used = _sums(found)
         if not seen.tenant:
-            self.totals = found
+            self.totals = used
             for uid in self._known.keys() - {uid for uid, _ in listed}:
                 del self._known[uid]  # it was deleted
-        return [each for _, each in sorted(found.items())]
+        return [each for _, each in sorted(used.items())]
 
     async def keep(self, catalog: RunCatalog) -> None:
         """Read the use of all runs every `KEEP_S`, for metrics, until cancelled; nothing where no run is a tenant's."""
@@ -197,12 +206,23 @@ class UsageReader:
                 except MillraceError as error:
                     logger.info("the use of runs is not read to the end", extra={"error": error.message})
 
-    async def _read(self, view: RunView) -> None:
-        """Read a run, unless what is known of it is new enough."""
+    def _kept(self, uid: str, opened: Container[str]) -> _Read | None:
+        """Return what is known of an ended run, so that it need not be looked at; None if it has to be.
+
+        `opened` are the runs in memory that have not ended: it may have been reopened.
+        """
+        known = self._known.get(uid)
+        is_kept = known is not None and known.is_over and uid not in opened and self._clock() - known.at < ENDED_S
+        return known if is_kept else None
+
+    async def _read(self, view: RunView) -> _Read:
+        """Read a run, unless what is known of it is new enough, and return what is known then."""
         uid, now, state = view.record.uid, self._clock(), (view.run.state, view.status.committed)
         known = self._known.get(uid)
+        seconds = view.status.usage.seconds(time.time())
         if known is not None and known.state == state and now - known.at < (ENDED_S if view.is_terminal else OPEN_S):
-            return
+            self._known[uid] = known = replace(known, accelerator_seconds=seconds)
+            return known
         try:
             tokens, stored_bytes = await asyncio.to_thread(load_use, self._store, names.Names(self._prefix, uid))
         except UnavailableError:
@@ -210,20 +230,27 @@ class UsageReader:
         except MillraceError:
             # A run that is damaged, or was deleted meanwhile, has used what is known of it.
             tokens, stored_bytes = (known.tokens, known.stored_bytes) if known is not None else (TokenUse(), 0)
-        self._known[uid] = _Read(now, state, tokens, stored_bytes)
-
-    def _sums(self, views: Iterable[RunView]) -> Mapping[str, TenantUsage]:
-        """Return by tenant what these runs, which were read, have used; accelerators by their events."""
-        found: dict[str, TenantUsage] = defaultdict(TenantUsage)
-        now = time.time()
-        for view in views:
-            tenant = view.record.tenant
-            total, read = found[tenant], self._known.get(view.record.uid)
-            total.tenant = tenant
-            total.num_runs += 1
-            total.accelerator_seconds += view.status.usage.seconds(now)
-            if read is not None:
-                total.prompt_tokens += read.tokens.prompt
-                total.sampled_tokens += read.tokens.sampled
-                total.stored_bytes += read.stored_bytes
+        self._known[uid] = found = _Read(
+            at=now,
+            state=state,
+            is_over=view.is_terminal,
+            tenant=view.record.tenant,
+            accelerator_seconds=seconds,
+            tokens=tokens,
+            stored_bytes=stored_bytes,
+        )
         return found
+
+
+def _sums(runs: Iterable[_Read]) -> Mapping[str, TenantUsage]:
+    """Return by tenant what these runs have used."""
+    found: dict[str, TenantUsage] = defaultdict(TenantUsage)
+    for read in runs:
+        total = found[read.tenant]
+        total.tenant = read.tenant
+        total.num_runs += 1
+        total.accelerator_seconds += read.accelerator_seconds
+        total.prompt_tokens += read.tokens.prompt
+        total.sampled_tokens += read.tokens.sampled
+        total.stored_bytes += read.stored_bytes
+    return found

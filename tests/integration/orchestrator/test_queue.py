@@ -10,7 +10,7 @@ from millrace.orchestrator import manager
 from millrace.orchestrator.waiting import RunQueue
 from millrace.rpc.channel import call
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.fakes import FakeTrainer
+from millrace_testing.orchestrator.fakes import FakeEnvServer, FakeTrainer
 from millrace_testing.orchestrator.runs import (
     bodies,
     get,
@@ -176,13 +176,14 @@ async def test_both_runs_say_what_is_about_to_be_preempted(stack, monkeypatch) -
 
 async def test_while_a_trainer_lets_go_of_who_paused_nobody_else_pauses(stack, monkeypatch) -> None:
     """It saves a checkpoint, which may take minutes: it reports the run until then, and is free for nobody."""
-    may_let_go, looks = asyncio.Event(), Counter[str]()
+    may_let_go, looks, beats = asyncio.Event(), Counter[str](), Counter[str]()
     heard, claim = FakeTrainer.on_assignments, RunQueue.claim
 
     def late(trainer: FakeTrainer, reply) -> None:
         if not may_let_go.is_set():
             reply.ClearField("let_go")
         heard(trainer, reply)
+        beats[trainer.worker_id] += 1
 
     def counted(queue: RunQueue, waiting) -> set[str]:
         looks.update(view.record.name for view, _ in waiting)
@@ -198,6 +199,8 @@ async def test_while_a_trainer_lets_go_of_who_paused_nobody_else_pauses(stack, m
         trainers[-1].hold.clear()
         lows.append(await submit(stack, f"low{number}", preemptible=True, max_replicas=1))
         await until(lambda: len(trainers[-1].headers) >= 1)
+        beats.clear()
+        await until(lambda: beats[trainers[-1].worker_id] >= 2, what="a heartbeat that names the run")
     high = await submit(stack, "high", priority=5)
     await until(lambda: has_state(stack, lows[1], run_pb2.RUN_STATE_QUEUED))
     looks.clear()
@@ -227,6 +230,23 @@ async def test_a_preemption_of_a_drive_that_is_over_stops_nobody(stack) -> None:
     for run in (high, low):
         assert states(await watch(stack, run))[-1] == "SUCCEEDED"
     await require_clean(stack, low)
+
+
+async def test_a_preempted_run_that_is_cancelled_is_over_for_env_servers(stack, monkeypatch) -> None:
+    over, heard = set[str](), FakeEnvServer.on_assignments
+
+    def on_assignments(server: FakeEnvServer, reply) -> None:
+        over.update(each.run_uid for each in reply.assignments if each.is_over)
+        heard(server, reply)
+
+    monkeypatch.setattr(FakeEnvServer, "on_assignments", on_assignments)
+    low, high, trainer = await preempted(stack)
+    await until(lambda: has_state(stack, low, run_pb2.RUN_STATE_QUEUED))
+    await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=low.name))
+    await until(lambda: has_state(stack, low, run_pb2.RUN_STATE_CANCELLED))
+    await until(lambda: low.uid in over)
+    trainer.hold.set()
+    assert states(await watch(stack, high))[-1] == "SUCCEEDED"
 
 
 async def test_without_groups_nothing_is_recorded(stack) -> None:

@@ -1,16 +1,18 @@
 """What Prometheus hears of a run: counts that begin at 0, and how long nothing is committed, with any orchestrator."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator import meters, run_meters
+from millrace.orchestrator import meters, run_meters, tenants
 from millrace.orchestrator.catalog import RunView
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
 from millrace.orchestrator.events import RunEvents
@@ -110,6 +112,38 @@ async def test_what_tenants_use_is_exported_once_all_runs_are_read(tmp_path) -> 
     assert exported.get_sample_value("millrace_tenant_stored_bytes", labels) == 2.0
     await usage.read(SeenRuns(catalog, ""))  # type: ignore[arg-type]
     assert exported.get_sample_value("millrace_tenant_stored_bytes", labels) is None
+
+
+async def test_a_pass_over_many_ended_runs_goes_on_where_the_last_one_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {f"{number:028x}": _view(f"run-{number}") for number in range(2 * tenants.PAGE)}
+    looked: list[str] = []
+    hangs = asyncio.Event()
+
+    async def list_names() -> list[tuple[str, str]]:
+        return [(uid, view.record.name) for uid, view in runs.items()]
+
+    async def read_listed(listed: Sequence[tuple[str, str]]) -> list[RunView]:
+        if looked and not hangs.is_set():
+            await hangs.wait()
+        looked.extend(uid for uid, _ in listed)
+        return [runs[uid] for uid, _ in listed]
+
+    for uid, view in runs.items():
+        view.record = replace(view.record, uid=uid)
+        _state(view, 100.0, run_pb2.RUN_STATE_SUCCEEDED)
+    # Nothing of them stays in memory, as of the oldest of many.
+    seen = SeenRuns(SimpleNamespace(views=[], list_names=list_names, read_listed=read_listed), "")  # type: ignore[arg-type]
+    usage = UsageReader(LocalStore(tmp_path), "millrace")
+    monkeypatch.setattr(tenants, "READ_S", 0.5)
+    with pytest.raises(UnavailableError, match=f"^{tenants.PAGE} of {len(runs)} runs are read"):
+        await usage.read(seen)
+    monkeypatch.setattr(tenants, "READ_S", 60.0)
+    hangs.set()
+    (first, second) = [await usage.read(seen) for _ in range(2)]
+    assert first == second and first[0].num_runs == len(runs)
+    assert looked == list(runs), "each was looked at once"
 
 
 def test_a_run_that_cannot_be_read_counts_as_damaged_until_it_can() -> None:
