@@ -193,7 +193,7 @@ class RunCatalog:
                 view = await self._try_to_look_at(uid, name, is_looked_at=True) or view
             if view is not None:
                 views.append(view)
-        # Uids sort by time. The newest ones are shown and counted most, whoever reads old ones in between.
+        # Uids sort by time. The newest ones are shown and counted most, also while old ones are read.
         ended = sorted(uid for uid, view in self._views.items() if view.is_terminal)
         for uid in ended[: max(0, len(ended) - MAX_ENDED)]:
             del self._views[uid]

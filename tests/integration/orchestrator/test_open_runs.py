@@ -6,7 +6,6 @@ import pytest
 import redis.asyncio as redis_asyncio
 
 from millrace.errors import UnavailableError
-from millrace.orchestrator import catalog as catalog_module
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.runlog import RunLog, new_uid, open_redis
 from millrace.runlog.index import create_run, read_states
@@ -128,18 +127,3 @@ async def test_what_came_while_a_run_could_not_be_read_is_read_later(place, monk
         assert await place.refreshed(catalog) == ({"run": run_pb2.RUN_STATE_QUEUED}, 2)
     states, _ = await place.refreshed(catalog)
     assert states == {"run": run_pb2.RUN_STATE_RUNNING}
-
-
-async def test_of_ended_runs_the_newest_stay_in_memory_whichever_were_read_last(place, monkeypatch) -> None:
-    monkeypatch.setattr(catalog_module, "MAX_ENDED", 2)
-    # An end needs a closing header and a seal; what is tried here asks for the state alone.
-    monkeypatch.setattr(catalog_module, "TERMINAL", {run_pb2.RUN_STATE_RUNNING})
-    uids = [await place.create(f"run-{index}") for index in range(4)]
-    for uid in uids:
-        await place.write(uid, 1, run_pb2.RUN_STATE_RUNNING)
-    catalog = place.catalog()
-    listed = dict(await catalog.list_names())
-    for uid in reversed(uids):
-        (view,) = await catalog.read_listed([(uid, listed[uid])])
-        assert view.is_terminal and view.record.uid == uid, "who asked gets it all the same"
-    assert sorted(view.record.uid for view in catalog.views) == sorted(uids)[2:]
